@@ -16,7 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 #: Indices of the layers to convert, or all of them.
 Layers = list[int] | Literal["all"]
 #: A number of retrieval heads, or [layer, key-value head] of each.
-RetrievalHeads = int | list[list[int]]
+HeadsOrCount = int | list[list[int]]
 
 
 def option(default: Any, help: str, *, flag: str | None = None, least: int | None = None) -> Any:
@@ -53,7 +53,7 @@ class ConversionOptions:
     window_size: int | None = option(None, "Last tokens to keep; 0 for features alone.", flag="--window-size", least=0)
     num_slots: int | None = option(None, "Important tokens to keep from before the window.", flag="--slots", least=0)
     num_sinks: int | None = option(None, "First tokens to keep.", least=0)
-    retrieval_heads: RetrievalHeads | None = option(
+    retrieval_heads: HeadsOrCount | None = option(
         None,
         "Key-value heads with more tokens: how many, chosen by their recall, or which, as layer.head (18.2,7.2). "
         "Default: by rule with a memory and a text, else none.",
@@ -173,7 +173,7 @@ def _read_layers(text: str) -> Layers:
     return indices
 
 
-def _read_heads(text: str) -> RetrievalHeads:
+def _read_heads(text: str) -> HeadsOrCount:
     """Read the number of heads, or "18.2,7.2"."""
     if text.isdigit():
         return int(text)
@@ -188,7 +188,7 @@ READERS: dict[Any, Callable[[str], Any]] = {
     int: _read_number,
     bool: _read_switch,
     Layers: _read_layers,
-    RetrievalHeads: _read_heads,
+    HeadsOrCount: _read_heads,
 }
 
 

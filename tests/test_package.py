@@ -40,7 +40,7 @@ LAYERS = [
 #: rises with its reason in a comment beside it.
 LINES = {
     "hf_rfa": 474,
-    "hf_rfa/export": 2_088,  # 741 more: layers repeated in the graph, steps prepared for all; ExecuTorch; retrieval slots
+    "hf_rfa/export": 2_093,  # 746 more: layers repeated in the graph, steps prepared for all; ExecuTorch; retrieval slots
     "hf_rfa/models": 6_292,  # 242 more: slots of retrieval heads; the summary, in whole texts and in steps of few operations
     "hf_rfa/io": 482,
     "hf_rfa/serving": 1_048,  # hf-rfa chat and serve: rows of one batch, sessions, errors of files by name, a whole secret

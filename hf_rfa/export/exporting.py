@@ -18,7 +18,7 @@ from ..inference.loading import kind_of, load_model, read_config
 from ..io.atomic_io import check_destination, check_space, new_folder
 from .figures import ExportReport, Running, measure
 from .graph import DecoderGraph, check_exportable
-from .step import DecodingStep
+from .step import check_shapes
 
 Format = Literal["onnx", "executorch"]
 Runtime = Literal["genai", "transformers.js"]
@@ -109,9 +109,10 @@ def _check(checkpoint: str, folder: Path, to: Format, overwrite: bool) -> None:
     config: Any = read_config(checkpoint)
     if kind_of(config) != "causal":
         raise InputError(f"this {config.model_type} model has an encoder, and only decoders are exported.")
+    if to == "executorch":
+        return check_shapes(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        check_exportable(model) if to == "onnx" else DecodingStep(model)
+        check_exportable(AutoModelForCausalLM.from_config(config))
 
 
 def _write_onnx(

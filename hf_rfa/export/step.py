@@ -15,6 +15,16 @@ from ..models.configuration_rfa import RFAConfigMixin
 from ..models.streaming import prepare_step
 
 
+def check_shapes(config: Any) -> None:
+    """Raise an `InputError` unless a configuration is of a decoder all of whose caches have one shape."""
+    fits = isinstance(config, RFAConfigMixin) and set(config.cache_layer_types()) == {RFA_LAYER_TYPE}
+    if not fits or config.is_encoder_decoder:
+        raise InputError(
+            f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
+            "model with an encoder or with softmax layers. Convert all layers of a decoder."
+        )
+
+
 class DecodingStep(nn.Module):
     """Token, position and states in, logits and states out: a graph with one shape for every position.
 
@@ -31,13 +41,7 @@ class DecodingStep(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        config: Any = model.config
-        fits = isinstance(config, RFAConfigMixin) and set(config.cache_layer_types()) == {RFA_LAYER_TYPE}
-        if not fits or model.config.is_encoder_decoder:
-            raise InputError(
-                f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
-                "model with an encoder or with softmax layers. Convert all layers of a decoder."
-            )
+        check_shapes(model.config)
         self.model = model
 
     @staticmethod
