@@ -23,7 +23,7 @@ TEXT_TOKENS = 4096
 #: The same where there are slots: regression on as many inputs as a model is wide takes more tokens.
 SLOT_TEXT_TOKENS = 8192
 #: The same where a summary is fitted to it (`hf_rfa.convert.calibrate.summary_fit`).
-FEATURE_TEXT_TOKENS = 24_576
+FEATURE_TEXT_TOKENS = 32_768
 #: The most of a text that perplexities are measured on.
 MEASURED_TOKENS = 2048
 #: Random tokens that calibration reads where there is no text.

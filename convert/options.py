@@ -103,7 +103,7 @@ class ConversionOptions:
     calibration_tokens: int | None = option(
         None,
         "Tokens to read of that text, 128 per utterance; from 16,384 on, gradient descent fits the slots. Default: 4,096; "
-        "8,192 with slots; 24,576 with a summary.",
+        "8,192 with slots; 32,768 with a summary.",
         least=2,
     )
     seed: int = option(0, "Seed of W, of random tokens, and of the queries for fitting scores and features.", least=0)

@@ -27,14 +27,11 @@ EQUAL_BYTES = {
     "with a summary too": (SUMMARY, ("16+4+24s8r12x16+137", "26+4+58s8r8x26+442", "41+4+135s8r8x41+900")),
 }
 MEMORIES = (64, 128, 256)
-#: Sizes that were trained, where they are others than those of `EQUAL_BYTES`: chosen by hand or by an earlier rule.
+#: Sizes that were trained, where they are others than those of `EQUAL_BYTES`: chosen by hand.
 TRAINED = {
     "20+4+20r8x251": "20+4+21r8x240",
     "32+4+52r8x506": "32+4+55r8x480",
     "50+4+123r8x1016": "48+4+125r8x1020",
-    "16+4+24s8r12x16+137": "19+4+17s8r8x251",
-    "26+4+58s8r8x26+442": "31+4+49s8r8x506",
-    "41+4+135s8r8x41+900": "50+4+119s8r8x1016",
 }
 #: Methods of eviction in the chart beside ours, as they are drawn.
 PEERS = {"window with sinks, absolute positions": "s", "TOVA": "^", "SnapKV": "v", "H2O": "D"}
