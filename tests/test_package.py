@@ -51,7 +51,7 @@ LINES = {
     "hf_rfa/finetune": 2_096,  # 11 more: products are timed in bf16
     "hf_rfa_cli": 1_498,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_239,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 16_019,  # 1,174 more: a server of conversations; exports and who runs them; the summary; retrieval slots
+    "tests": 16_024,  # 1,174 more: a server of conversations; exports and who runs them; the summary; retrieval slots
     "benchmarks": 3_690,  # 340 more: servers, llama.cpp's too, and what sleeps on them; exported graphs beside softmax ones
     "docs": 625,  # 52 more: tables of options and of rules of importance; StreamingLLM and times in pictures
     "examples": 463,  # 85 more: a book as one stream, drawn

@@ -20,7 +20,7 @@ from transformers import (
 from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments, read_overrides
 from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, select_columns, single_documents, token_pairs
-from hf_rfa.finetune.recipe import FOLDER, Recipe, Stage, fast_bf16, load_settings
+from hf_rfa.finetune.recipe import FOLDER, Recipe, Stage, fast_bf16, load_settings, product_seconds
 from hf_rfa.finetune.tasks import finetune
 from hf_rfa_cli.options import UsageError
 from hf_rfa_cli.train import finetune_parser, finetune_values
@@ -241,6 +241,13 @@ def test_bf16_is_chosen_where_a_processor_is_faster_in_it(in_bf16, faster, monke
     resolved = Recipe.load("pretrained").resolve(SimpleNamespace(is_encoder_decoder=False), 512)
     fast_bf16.cache_clear()
     assert (resolved.end_to_end.bf16, resolved.transfer.bf16) == (faster, False)
+
+
+def test_timing_a_processor_draws_no_random_numbers():
+    """A run is the same whether the precision was asked before or not: the answer is remembered."""
+    before = torch.get_rng_state()
+    assert product_seconds(torch.bfloat16) > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

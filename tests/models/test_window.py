@@ -187,9 +187,8 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
         if layer.gate is not None:
             layer.gate.weight.copy_(normal(*layer.gate.weight.shape) * 0.3)
             layer.gate.bias.copy_(normal(*layer.gate.bias.shape))
-        for rule in filter(
-            None, layer.importances()
-        ):  # multiples of 1/32, which are added without rounding; some are equal
+        for rule in filter(None, layer.importances()):
+            # multiples of 1/32, which are added without rounding; some are equal
             rule.weight.copy_(normal(*rule.weight.shape).round())
             rule.recency.fill_(draw(st.sampled_from([0.0, 0.03125, 0.09375])))
     padding = starts = None
