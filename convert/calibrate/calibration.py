@@ -26,11 +26,10 @@ Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +62,7 @@ from .attention_weights import ExactTokens, key_exponents
 from .far_outputs import FarText, output_roots
 from .importance import refine_importance, regress_importance
 from .summary_fit import fit_summary
+from .threads import run_together
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
 #: trainable: the gradient of a gate's bias goes with 1 / time scale.
@@ -83,8 +83,6 @@ SHIFTS = (CLOSED, *(quarter / 4 for quarter in range(-24, 41)))
 LAYERS_AT_ONCE = 4
 #: Tokens on which a layer's attention weights are compared with softmax.
 COMPARED_TOKENS = 1024
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,10 +143,7 @@ def calibrate(
 
     def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
         """Calibrate layers when the softmax model comes to them, so that the inputs of few are held at a time."""
-        layer, hidden_states = layers[name], layer_inputs.hidden_states
-        parts = zip(layer_activations(layer, layer_inputs, masks), output_roots(layer, projection), strict=False)
-        texts = [FarText(layer, part, hidden_states, root, group) for group, (part, root) in enumerate(parts)]
-        fits.append(partial(_fit_layer, name, texts, to_train=to_train))
+        fits.append(partial(_fit_layer, name, layers[name], layer_inputs, masks, projection, to_train=to_train))
         if len(fits) == at_once:
             finish()
 
@@ -162,27 +157,22 @@ def calibrate(
     return gains
 
 
-def run_together(functions: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """Yield what functions return that run at the same time, without gradients, each on its part of a processor's threads.
+def _fit_layer(
+    name: str,
+    layer: RFAAttentionMixin,
+    inputs: LayerInputs,
+    masks: dict[str, Tensor | None],
+    projection: str | None,
+    *,
+    to_train: bool,
+) -> LayerGain | None:
+    """Fit what a layer has, and return the gain of features with weights of their own.
 
-    Most operations of a layer's fit are small, and gain less by a second thread than two layers do.
+    The arguments are those of `layer_activations` and of `output_roots`, and the layer's name.
     """
-    call = torch.no_grad()(lambda function: function())
-    if len(functions) < 2:
-        yield from map(call, functions)
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // len(functions)))  # which threads that begin now take over
-    try:
-        with ThreadPoolExecutor(len(functions)) as pool:
-            yield from pool.map(call, functions)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _fit_layer(name: str, texts: list[FarText], *, to_train: bool) -> LayerGain | None:
-    """Fit what a layer has, whose groups of heads have a text each; return the gain of features with weights of their own."""
-    layer, first = texts[0].layer, texts[0]
+    parts = zip(layer_activations(layer, inputs, masks), output_roots(layer, projection), strict=False)
+    texts = [FarText(layer, part, inputs.hidden_states, root, group) for group, (part, root) in enumerate(parts)]
+    first = texts[0]
     for text in texts:
         if isinstance(text.importance, LearnedImportance):
             regress_importance(text)

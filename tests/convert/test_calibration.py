@@ -24,11 +24,11 @@ from hf_rfa.convert.calibrate.calibration import (
     _set_log_scale,
     _set_temperature,
     calibrate_layer,
-    run_together,
 )
 from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_roots
 from hf_rfa.convert.calibrate.importance import far_weights, refine_importance, regress_importance
 from hf_rfa.convert.calibrate.summary_fit import fit_summary
+from hf_rfa.convert.calibrate.threads import run_together
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
