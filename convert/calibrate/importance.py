@@ -54,21 +54,21 @@ def regress_importance(text: FarText) -> None:
     if not bool(weight.any()):  # no text is longer than the window
         return
     target = (target + LEAST_MEAN * (target * weight).sum((0, 2), keepdim=True) / weight.sum()).clamp_min(1e-30).log()
-    shares, hidden_states = weight[:, 0] / weight.sum(), text.hidden_states.float()  # [N, T]
-    means = [torch.einsum("nt,ntd->d", shares, x) for x in (hidden_states, target.mT)]
-    width, heads = hidden_states.shape[-1], target.shape[1]
-    moments = hidden_states.new_zeros(width, width + heads, dtype=torch.float64)
-    for row, share in enumerate(shares):  # whose copies stay in a processor's caches
-        inputs = hidden_states[row] - means[0]
-        both = torch.cat([inputs, target[row].T - means[1]], dim=1)
-        moments += (inputs * share[:, None]).T @ both
-    squares, products = moments.split([width, heads], dim=1)
-    scale = squares.diagonal().sqrt().clamp_min(torch.finfo(torch.float32).tiny)  # of the inputs
-    squares = squares / scale[:, None] / scale
-    squares.diagonal().add_(RIDGE)
-    solution = torch.linalg.solve(squares, products / scale[:, None]) / scale[:, None]  # [width, H]
+    rows = weight[:, 0].flatten().nonzero()[:, 0]
+    weights = weight[:, 0].flatten()[rows]
+    inputs = text.hidden_states.flatten(0, 1)[rows].float()  # [n, width]
+    targets = target.transpose(1, 2).flatten(0, 1)[rows]  # [n, H]
+    total = weights.sum()
+    inputs = inputs - (weights @ inputs) / total
+    targets = targets - (weights @ targets) / total
+    weighted = inputs * weights[:, None]
+    moments = (inputs.T @ weighted).double()
+    scale = (moments.diagonal() / total).sqrt().clamp_min(torch.finfo(torch.float32).tiny)  # of the inputs
+    moments /= scale[:, None] * scale
+    moments.diagonal().add_(RIDGE * total)
+    solution = torch.linalg.solve(moments, (weighted.T @ targets).double() / scale[:, None])  # [width, H]
     importance.recency.fill_(RECENCY)
-    importance.weight.copy_(solution.T)
+    importance.weight.copy_((solution / scale[:, None]).T)
 
 
 def far_weights(text: FarText) -> tuple[Tensor, Tensor]:
@@ -95,13 +95,15 @@ def refine_importance(text: FarText) -> None:
     importance, slots = cast(LearnedImportance, text.importance), text.layout.slots
     hidden_states, is_token = text.hidden_states.float(), text.activations.is_token
     ordinal = is_token.cumsum(1) - 1
+    mean = hidden_states[is_token].mean(0)
     scale = hidden_states[is_token].std(0).clamp_min(torch.finfo(torch.float32).tiny)
+    inputs = (hidden_states - mean) / scale
     before = importance.weight * scale, importance.recency / RECENCY_UNIT
     weight, recency = (tensor.clone().requires_grad_() for tensor in before)
 
     def errors(row: int, queries: FarQueries, weight: Tensor, recency: Tensor, softness: float) -> Tensor:
         stop = queries.key.shape[2]
-        score = (weight / scale) @ hidden_states[row, :stop].T + RECENCY_UNIT * recency[:, None] * ordinal[row, :stop]
+        score = weight @ inputs[row, :stop].T + RECENCY_UNIT * recency[:, None] * ordinal[row, :stop]
         return queries.errors(queries.shares(score[None], slots, softness), root=text.root)
 
     def held_out_errors(weight: Tensor, recency: Tensor) -> Tensor:
