@@ -24,6 +24,8 @@ TEXT_TOKENS = 4096
 SLOT_TEXT_TOKENS = 8192
 #: The same where a summary is fitted to it (`hf_rfa.convert.calibrate.summary_fit`).
 FEATURE_TEXT_TOKENS = 32_768
+#: Tokens that slots and features are fitted to first, for the choice of retrieval heads.
+HEAD_TEXT_TOKENS = 6144
 #: The most of a text that perplexities are measured on.
 MEASURED_TOKENS = 2048
 #: Random tokens that calibration reads where there is no text.

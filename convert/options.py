@@ -55,7 +55,7 @@ class ConversionOptions:
     num_sinks: int | None = option(None, "First tokens to keep.", least=0)
     retrieval_heads: HeadsOrCount | None = option(
         None,
-        "Key-value heads with more tokens: how many, chosen by their recall, or which, as layer.head (18.2,7.2). "
+        "Key-value heads with more tokens: how many, chosen by what they tell, or which, as layer.head (18.2,7.2). "
         "Default: by rule with a memory and a text, else none.",
         flag="--retrieval-heads",
         least=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,11 +16,8 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
-from hf_rfa.families import position_count
 from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
-from hf_rfa.models.importance import IMPORTANCES
-from hf_rfa.models.no_features import NoFeatures
 from hf_rfa.process_memory import give_back_memory
 
 from .calibrate.calibration import LayerGain, calibrate
@@ -27,10 +25,10 @@ from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
 from .checkpoint.loading import check_kept, digests, load_base_model, load_converted, load_models, probe_logits, quiet
-from .inputs import AUDIO, MEASURED_TOKENS, Inputs, add_outputs, batches, first_rows
+from .inputs import AUDIO, HEAD_TEXT_TOKENS, MEASURED_TOKENS, Inputs, add_outputs, batches, first_rows
 from .options import ConversionOptions
 from .plan import Plan, Progress, make_plan
-from .presets import Trained
+from .presets import RECALL_SHARE, RETRIEVAL_TOKENS, Trained
 from .report import ConversionReport, Perplexities, check_perplexity, make_report
 
 #: Most bytes of a shard of the result, which is held in memory while it is written.
@@ -116,17 +114,12 @@ def choose_heads(plan: Plan) -> Plan:
     count = plan.options.retrieval_heads
     if not count or isinstance(count, list):
         return plan
-    exact, config = plan, plan.config
-    if config.window_size:  # what no text has been read for yet does not count
-        slots = 0 if IMPORTANCES[config.importance].needs_text else config.num_slots
-        window = min(position_count(plan.source.config), config.window_size + config.num_slots - slots)
-        no_features: dict[str, Any] = {"feature_map": NoFeatures.name, "num_features": None, "gate": False}
-        exact = plan.with_options(window_size=window, num_slots=slots, **no_features)
-    models = load(exact)
-    if exact is plan:  # of features alone, which stand for nothing until they are calibrated
-        calibrate_models(plan, models)
+    models = load(plan)
+    calibrate_models(plan, models._replace(inputs=first_rows(models.inputs, HEAD_TEXT_TOKENS)))
     on_head = plan.begin("choosing retrieval heads", count)
-    heads = choose_retrieval_heads(*models, count, seed=plan.options.seed, on_head=on_head)
+    keep_many = (plan.options.retrieval_window or 0) + (plan.options.retrieval_slots or 0) >= RETRIEVAL_TOKENS
+    by_recall = count if keep_many else math.ceil(RECALL_SHARE * count)
+    heads = choose_retrieval_heads(*models, count, by_recall=by_recall, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."

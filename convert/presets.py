@@ -37,6 +37,9 @@ SUMMARY_FROM = 32
 #: where each keeps as many tokens as follow, else the second. With SmolLM2, 12 heads are better than 8 with a memory of 64
 #: tokens, and worse with 128 and 256.
 RETRIEVAL_BYTES, RETRIEVAL_HEADS, RETRIEVAL_TOKENS = 1 / 3, (8 / 90, 12 / 90), 384
+#: Share of retrieval heads with fewer tokens that are chosen by their recall; of those with as many all are. Any text chooses
+#: the others (`hf_rfa.convert.calibrate.retrieval_heads`).
+RECALL_SHARE = 1 / 2
 #: Of P exact tokens c P^(2/3) are the last ones where a text says which others are important: c, as measured on SmolLM2.
 LAST_TOKENS = 1.3
 

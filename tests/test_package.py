@@ -47,11 +47,11 @@ LINES = {
     "hf_rfa/inference": 1_129,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_122,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 277,  # 10 more: a step is timed with a full memory
-    "hf_rfa/convert": 4_125,  # 397 more: the summary is fitted in closed form, has shares of attention; layers side by side
+    "hf_rfa/convert": 4_146,  # 418 more: the summary is fitted in closed form, layers side by side; text, too, chooses heads
     "hf_rfa/finetune": 2_096,  # 11 more: products are timed in bf16
     "hf_rfa_cli": 1_498,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_239,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 16_024,  # 1,174 more: a server of conversations; exports and who runs them; the summary; retrieval slots
+    "tests": 16_066,  # 1,216 more: a server of conversations; exports and who runs them; the summary; retrieval heads
     "benchmarks": 3_690,  # 340 more: servers, llama.cpp's too, and what sleeps on them; exported graphs beside softmax ones
     "docs": 625,  # 52 more: tables of options and of rules of importance; StreamingLLM and times in pictures
     "examples": 463,  # 85 more: a book as one stream, drawn

@@ -27,8 +27,8 @@ from .far_outputs import FarText
 
 #: Ridge penalty of mass and of tilt, relative to the mean squares of their inputs.
 MASS_RIDGE, TILT_RIDGE = 0.1, 0.3
-#: About how many queries of a text are looked at.
-QUERIES = 4608
+#: About how many queries of a text are looked at, and of a row, whose queries are much alike.
+QUERIES, ROW_QUERIES = 4608, 256
 #: Largest weight of a query in the regression of masses, relative to their mean.
 LARGEST_WEIGHT = 50.0
 #: Taken off log n, so that the inputs of the regressions have about one size.
@@ -160,7 +160,7 @@ def _texts_of(text: FarText, raw: Tensor, tokens: Lifetimes, ordinal: Tensor, ro
     places = (text.activations.is_token[row] & (ordinal[row] >= text.first)).nonzero()[:, 0]
     if not len(places):
         return []
-    step = max(1, len(places) * len(raw) // QUERIES)
+    step = max(1, len(places) * len(raw) // QUERIES, len(places) // ROW_QUERIES)
     places = places[row % step :: step]
     seen = text.queries(row, places)
     of_row = Lifetimes(*(part[row : row + 1] for part in tokens))

@@ -15,7 +15,7 @@ from hf_rfa.models.rfa_classes import own_prefixes
 from hf_rfa.process_memory import give_back_memory
 
 #: Least bytes of a block's output after which freed memory is returned to the operating system.
-MIN_OUTPUT_BYTES = 1_000_000
+MIN_OUTPUT_BYTES = 4_000_000
 
 
 def blocks_on_disk(cls: Any, config: Any, device: torch.device) -> dict[str, str]:

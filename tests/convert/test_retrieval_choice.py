@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from hf_rfa.convert import ConversionOptions, convert
+from hf_rfa.convert import ConversionOptions, convert, pipeline
 from hf_rfa.convert.calibrate import retrieval_heads
 from hf_rfa.convert.calibrate.retrieval_heads import ExactShares, choose_retrieval_heads, repeated_passages
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
@@ -76,30 +76,60 @@ def divergence(model, base_model, ids, scored, shares, shares_before):
     return float((expected.exp() * (expected - converted)).sum(-1)[scored[:, 1:]].mean())
 
 
+def slopes(model, base_model, ids, scored, chosen):
+    """Return the differences of the divergence by every head's share, on a row [1, T], beside heads that are chosen."""
+    layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
+    before = torch.zeros(len(layers), heads, dtype=torch.float64)
+    names = [(layer.rfa_layer_idx, head) for layer in layers for head in range(heads)]
+    for number, name in enumerate(names):
+        before[divmod(number, heads)] = float(name in chosen)
+    found = {}
+    for number, name in enumerate(names):
+        step = torch.zeros_like(before)
+        step[divmod(number, heads)] = 1e-3
+        up, down = (divergence(model, base_model, ids, scored, before + sign * step, before) for sign in (1, -1))
+        found[name] = up - down
+    return found
+
+
 def test_the_first_head_is_that_of_the_steepest_descent(decoder, monkeypatch):
     """Against differences of the divergence by shares from the first passage on, in float64, for every head of a layer."""
     model, base_model = models(decoder)
     model.double(), base_model.double()
     ids, scored = repeated_passages(torch.randint(3, 61, (1, 64)), seed=0)
     monkeypatch.setattr(retrieval_heads, "repeated_passages", lambda *args, seed: (ids, scored))
-    chosen = choose_retrieval_heads(model, base_model, {"input_ids": ids}, 1, seed=0, on_head=lambda: None)
-    layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
-    slopes = {}
-    for row, layer in enumerate(layers):
-        for head in range(heads):
-            shares, before = torch.zeros(2, len(layers), heads, dtype=torch.float64)
-            shares[row, head] = 1e-3
-            slopes[layer.rfa_layer_idx, head] = divergence(model, base_model, ids, scored, shares, before)
-            shares[row, head] = -1e-3
-            slopes[layer.rfa_layer_idx, head] -= divergence(model, base_model, ids, scored, shares, before)
-    assert chosen.heads[0] == min(slopes, key=slopes.get)
+    chosen = choose_retrieval_heads(model, base_model, {"input_ids": ids}, 1, by_recall=1, seed=0, on_head=lambda: None)
+    by_head = slopes(model, base_model, ids, scored, [])
+    assert chosen.heads[0] == min(by_head, key=by_head.get)
 
 
-def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_they_leave(decoder):
+def test_text_as_it_is_chooses_the_others_by_the_sum_of_their_slopes(decoder):
+    model, base_model = models(decoder)
+    model.double(), base_model.double()
+    ids, heads, asked = torch.randint(3, 61, (3, 64)), model.config.num_heads_for("causal"), []
+    chosen = choose_retrieval_heads(
+        model, base_model, {"input_ids": ids}, 4, by_recall=2, seed=0, on_head=lambda: asked.append(1)
+    ).heads
+    assert len(asked) == len(chosen) >= 3
+    by_recall = chosen[:2]
+    scored = torch.zeros(1, 64, dtype=torch.bool)
+    scored[:, 64 - 3 * 6 + 1 :] = True  # of a block's end, as long as its three passages
+    by_block = [slopes(model, base_model, ids[row : row + 1], scored, by_recall) for row in (2, 0)]
+    free = [
+        name
+        for name in by_block[0]
+        if name not in by_recall and sum(layer == name[0] for layer, _ in by_recall) < heads - 1
+    ]
+    expected = min(free, key=lambda name: sum(block[name] for block in by_block))
+    assert chosen[2] == expected
+
+
+@pytest.mark.parametrize("by_recall", [1, 100])
+def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_they_leave(decoder, by_recall):
     model, base_model = models(decoder)
     layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
+    chosen = choose_retrieval_heads(model, base_model, inputs, 100, by_recall=by_recall, seed=0, on_head=lambda: None)
     assert len(set(chosen.heads)) == len(chosen.heads) <= len(layers) * (heads - 1)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     shares = torch.zeros(len(layers), heads)
@@ -112,11 +142,23 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_th
 
 
 @pytest.mark.parametrize("features", [{}, {"preset": "mixed", "feature_map": "summary", "num_features": 3}], ids=str)
-def test_a_number_is_chosen_and_reported(decoder, text, tmp_path, features):
+def test_a_number_is_chosen_beside_what_is_fitted_and_reported(decoder, text, tmp_path, features, monkeypatch):
     options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "retrieval_slots": 4}
     options |= {"calibrate_on": text, **features}
+    scores, shares = [], []
+
+    def choose(model, *args, by_recall, **options):
+        scores.extend(rule.weight.clone() for layer in rfa_layers(model).values() for rule in layer.importances())
+        shares.append(by_recall)
+        return choose_retrieval_heads(model, *args, by_recall=by_recall, **options)
+
+    monkeypatch.setattr(pipeline, "choose_retrieval_heads", choose)
+    monkeypatch.setattr(pipeline, "RETRIEVAL_TOKENS", 24 if features else 25)
     report = convert(decoder, tmp_path / "out", **options)
+    assert shares == [2 if features else 1]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(scores) == len(rfa_layers(model))
+    assert all(weight.any() for weight in scores)
     pairs = [list(pair) for pair in report.retrieval_heads.heads]
     assert model.config.retrieval_heads == pairs
     assert (model.config.retrieval_window, model.config.retrieval_slots) == (20, 4)
