@@ -148,9 +148,9 @@ def _exact_attention(
 
 
 class _Block(NamedTuple):
-    """A block of text that ends with repeated passages, and what the softmax model predicts of these."""
+    """A block of text in two parts, and what the softmax model predicts of the second, passages or text as it is."""
 
-    beginning: dict[str, Tensor]  # inputs up to the first passage
+    beginning: dict[str, Tensor]  # inputs up to where the first passage is, or would be
     rest: dict[str, Tensor]
     scored: Tensor  # [tokens], whether the token after each of the rest is scored
     expected: Tensor  # logarithms of the softmax model's probabilities, [scored tokens, V]
